@@ -275,6 +275,7 @@ def test_a_checkpoint_has_whole_averages(tmp_path: Path) -> None:
     torch.testing.assert_close(*saved, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:these changes of the run could not be brought back")  # one rank's shards
 def test_a_checkpoint_with_one_ranks_shards_is_refused(tmp_path: Path) -> None:
     class OfRankZero(Saving):
         only_on = (0,)
