@@ -20,6 +20,7 @@ from lightning_autopar._fork import ChildFailed, run_forked
 from lightning_autopar._lightning import LightningModule, Trainer
 from lightning_autopar._lightning_compat import is_overridden, transfer_batch
 from lightning_autopar.engines import PASSED, Check, Finding, FirstStep, failed, not_made
+from lightning_autopar.exact.data.loader_calls import called_by_loaders
 from lightning_autopar.exact.random.whole_batch_draws import GlobalDraws
 from lightning_autopar.exact.step.kept_attributes import is_variable, title
 from lightning_autopar.exact.step.micro_batches import take_part
@@ -164,6 +165,12 @@ def kept_apart(first: FirstStep, appended: Sequence[str] = ()) -> dict[str, str]
             elif name not in appended:
                 found.setdefault("pipeline", f"{words} each rank of a pipeline would have of its own stages alone")
     return found
+
+
+def needed_by_loaders(first: FirstStep) -> str | None:
+    """Why loaders can't make their batches on a rank that has a part of the module; None where nothing says so."""
+    called = called_by_loaders((first.batch, first.validation()), first.trainer.lightning_module)
+    return None if called is None else f"the loader {called} to make a batch, and each rank of a pipeline has a part of the module"
 
 
 def layers_of(footprint: Footprint) -> tuple[str, ...]:
