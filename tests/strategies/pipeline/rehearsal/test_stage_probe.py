@@ -819,7 +819,7 @@ class Evaluated(Stack):
             self.log("half", loss / 2)
 
 
-def evaluated(**how: bool) -> Finding:
+def evaluated(flops: int = 0, **how: bool) -> Finding:
     """What is found of two loaders."""
     module, trainer = Evaluated(), pl.Trainer(logger=False, accelerator="cpu")
     for name in how:
@@ -827,7 +827,7 @@ def evaluated(**how: bool) -> Finding:
     trainer.strategy.connect(module)
     loaders = tuple(DataLoader(batch().batch[rows:], batch_size=4) for rows in (0, 2))
     told: Any = {"stage": "fit", "footprint": None, "validation": lambda: replace(batch(), loaders=loaders)}
-    return probe_stages(module, trainer, batches_of(FirstStep(trainer=trainer, batch=batch(), **told)))
+    return probe_stages(module, trainer, batches_of(FirstStep(trainer=trainer, batch=batch(), **told)), flops=flops)
 
 
 @pytest.mark.parametrize("how", [{}, {"later": True}])
@@ -835,9 +835,11 @@ def test_loaders_whose_steps_run_alike_may_be_cut(how: dict[str, bool]) -> None:
     assert cuttable(evaluated(**how)) == [f"blocks.{number}" for number in range(1, 4)]
 
 
-def test_a_loader_for_which_blocks_run_another_number_of_times_is_named() -> None:
+@pytest.mark.parametrize("flops", [0, 10**18])
+def test_a_loader_for_which_blocks_run_another_number_of_times_is_named(flops: int) -> None:
     words = "in validation_step, for loader 1 it runs other blocks than for the first one, or runs them another number of times"
-    found = evaluated(again=True)
+    found = evaluated(flops, again=True)
+    assert (found.untried is None) == (flops == 0), "a long step is only recorded"
     assert found.value.refusal == f"the step can't be cut before any of its blocks: {words}"
 
 
