@@ -45,9 +45,10 @@ def _named(loaders: Iterable[Any], module: LightningModule) -> str | None:
     names, whole = _held([*starts, *(owner for _, owner in _functions(starts))], module)
     if not names and not whole:
         return None
+    within = {part for name, _ in module.named_modules() for part in name.split(".")}
     own = {function.__code__ for kind in type(module).__mro__ for function in vars(kind).values() if inspect.isfunction(function)}
     for code, _, _ in reached(_functions(starts), module, is_quiet):
-        found = code and _called(code, names, {*whole, *(code.co_varnames[:1] if code in own else ())})
+        found = code and _called(code, names, within, {*whole, *(code.co_varnames[:1] if code in own else ())})
         if found:
             return found
     return None
@@ -75,10 +76,8 @@ def _functions(starts: Iterable[Any]) -> list[tuple[Any, Any]]:
 
 def _held(starts: Iterable[Any], module: LightningModule) -> tuple[set[str], set[str]]:
     """The names under which objects hold a part of the module with parameters, and those under which they hold all of it."""
-    parts = {
-        id(child): name for name, child in module.named_modules() if child is not module and next(child.parameters(), None) is not None
-    }
-    children = {name.rpartition(".")[2] for name in parts.values()}
+    parts = {id(child) for child in module.modules() if child is not module and next(child.parameters(), None) is not None}
+    children = {name for name, child in module.named_children() if id(child) in parts}
     names, whole, seen = set[str](), set[str](), set[int]()
     left = deque(("", each) for each in starts)
     while left and len(seen) < _MOST_OBJECTS:
@@ -115,17 +114,25 @@ def _contents(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((name, each) for each in methods if inspect.isfunction(each))
 
 
-def _called(code: types.CodeType, names: set[str], whole: set[str]) -> str | None:
-    """What code calls, or hands on, of what has one of these names: a part of the module, or all of it where that is called."""
+def _called(code: types.CodeType, names: set[str], within: set[str], whole: set[str]) -> str | None:
+    """What code calls, or hands on, of what has one of these names: a part of the module, or all of it where that is called.
+
+    Args:
+        within: the names of all submodules, which code may call by way of a part; another attribute may be a setting.
+    """
     steps = [each for each in dis.get_instructions(code) if each.opname != "CACHE"]
-    for before, step, after in zip([*steps[:1], *steps], steps, [*steps[1:], *steps[-1:]], strict=False):
+    for place, (before, step, after) in enumerate(zip([*steps[:1], *steps], steps, [*steps[1:], *steps[-1:]], strict=False), 1):
         if not isinstance(step.argval, str) or not step.opname.startswith("LOAD") or step.opname in ("LOAD_CONST", "LOAD_CLOSURE"):
             continue
-        if step.argval in names and (after.opname != "LOAD_ATTR" or _is_call(after)):  # an attribute may be a setting
-            return repr(step.argval)
+        if step.argval in names:
+            last = next(
+                (each for each in steps[place:] if each.opname != "LOAD_ATTR" or _is_call(each) or each.argval not in within), after
+            )
+            if last.opname != "LOAD_ATTR" or _is_call(last):
+                return repr(step.argval)
         if step.argval in whole and (_is_call(step) or "PUSH_NULL" in (before.opname, after.opname)):
             return "the module"
-    inner = (_called(each, names, whole) for each in code.co_consts if isinstance(each, types.CodeType))
+    inner = (_called(each, names, within, whole) for each in code.co_consts if isinstance(each, types.CodeType))
     return next(filter(None, inner), None)
 
 

@@ -20,6 +20,7 @@ class Playing(LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+        self.net.inner = nn.ModuleDict({"line": nn.Linear(2, 2), "norm": nn.LayerNorm(2)})
         self.random, self.vocabulary = 1.0, {"a": 1}
 
     def play(self) -> Tensor:
@@ -35,7 +36,10 @@ class Playing(LightningModule):
         return torch.tensor([[self.vocabulary[name] for name in samples], [getattr(self, "size", 1)] * len(samples)])
 
     def by_setting(self, samples: list[Tensor]) -> Tensor:
-        return torch.stack(samples) * self.net.training
+        return torch.stack(samples).norm() * self.net.training
+
+    def by_inner(self, samples: list[Tensor]) -> Tensor:
+        return self.net.inner.line(torch.stack(samples))
 
 
 def stream(play: Any) -> DataLoader[Any]:
@@ -79,6 +83,7 @@ def called(loader: Any, module: Playing) -> str | None:
         (lambda module: stream(module.play_all), "may call the module"),
         (lambda module: DataLoader(Holding(module.net)), "may call 'policy'"),
         (lambda module: DataLoader(Holding(module)), "may call the module"),
+        (lambda module: DataLoader([1], collate_fn=module.by_inner), "may call 'net'"),
         (lambda module: DataLoader([1], collate_fn=lambda samples: module.net(torch.ones(len(samples), 2))), "may call 'net'"),
     ],
 )
