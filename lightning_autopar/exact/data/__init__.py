@@ -11,6 +11,7 @@ Modules, in reading order:
     collate          what a rank's loader collates: its own samples, or the whole batch; tried on some
     batch_structure  the rows of a collated batch
     fingerprint      a number that tells batches apart, equal in every process
+    loader_calls     what of the module a loader calls to make a batch
     longest_batch    the longest batch of a loader, as samples picked at random show it
     unlike_samples   samples with a mask, a gap or a label that the first batch has not
 """

@@ -30,8 +30,11 @@ PathRules = Mapping[Path, Any]
 KeptRules = Mapping[str, PathRules]
 
 #: Likelier ones first. ``growth``: the amounts that parts add to the value that they all found are summed. ``rows``: a tensor has as many
-#: rows to each sample, ``items``: a list is extended by as many items.
-_RULES = ("same", "mean", "weighed", "growth", "sum", "max", "min", "rows", "items", "union")
+#: rows to each sample, ``columns``: as many entries of dimension 1, as a recurrent layer's state has; ``items``: a list is extended by as
+#: many items.
+_RULES = ("same", "mean", "weighed", "growth", "sum", "max", "min", "rows", "columns", "items", "union")
+#: The rules of tensors that have their samples in a dimension.
+ROW_RULES = frozenset({"rows", "columns"})
 #: Relative difference up to which a rule explains a value, in single precision.
 _EQUAL = 1e-5
 #: Deeper levels, longer lists and larger tensors are data rather than what a step keeps.
@@ -159,7 +162,7 @@ class Evidence:
             self._quiet.discard(path)
             explaining = tuple(rule for rule in known if _explains(rule, before, whole, parts, shares))
         self.rules[path] = explaining
-        if "rows" in explaining:
+        if ROW_RULES & {*explaining}:
             self.row_bytes[path] = max(self.row_bytes.get(path, 0), whole.nbytes)
         elif all(isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1) for value in values):
             self._numbers.setdefault(path, []).append([float(value) for value in values])
@@ -203,6 +206,9 @@ def combined(rule: str, before: Any, values: Sequence[Any], shares: Sequence[Bat
         if not all(alike(value, first) for value in values):
             raise ValueError("the parts' values differ")
         return first
+    if rule == "columns":
+        rows = _in_order([_turned(value) for value in values], shares).transpose(0, 1).contiguous()
+        return rows if isinstance(first, Tensor) else rows.numpy()
     if rule in ("rows", "items"):
         if isinstance(first, list) != (rule == "items"):
             raise TypeError("rows are a tensor's, items a list's")
@@ -284,6 +290,14 @@ def _in_order(values: Sequence[Any], shares: Sequence[BatchShare]) -> Any:
         made[torch.tensor(list(share.indices), device=made.device)] = value.to(made.device).unflatten(0, (share.rows, each))
     made = made.flatten(0, 1)
     return made if isinstance(first, Tensor) else made.numpy()
+
+
+def _turned(value: Any) -> Tensor:
+    """A tensor whose columns are rows."""
+    number = _number(value)
+    if number.dim() < 2:
+        raise TypeError("a number or a vector has no columns")
+    return number.transpose(0, 1)
 
 
 def _each(value: Any, share: BatchShare) -> int:

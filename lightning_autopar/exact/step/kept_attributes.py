@@ -28,6 +28,7 @@ from lightning_autopar.exact.data.rank_share import BatchShare
 from lightning_autopar.exact.reached_variables import Reached, is_followed, names_in
 from lightning_autopar.exact.step.attribute_rules import (
     MISSING,
+    ROW_RULES,
     Before,
     Evidence,
     KeptRules,
@@ -121,7 +122,7 @@ def settled(evidence: Evidence) -> tuple[dict[Path, Any], dict[Path, str]]:
         # What a submodule keeps only of the last batch is for inspection.
         of_submodule = "." in path[0] and not is_variable(path[0])
         most_bytes = _ROW_BYTES if "+" in path else 0 if of_submodule else _LAST_ROW_BYTES
-        if rules.get(path) == "rows" and size_bytes > most_bytes:
+        if rules.get(path) in ROW_RULES and size_bytes > most_bytes:
             without[path] = f"has {format_bytes(size_bytes)} of a batch"
     return {path: rule for path, rule in rules.items() if path not in without}, without
 

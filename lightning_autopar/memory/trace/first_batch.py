@@ -81,6 +81,7 @@ class FirstBatch:
         together: for several loaders, the numbers of samples of their batches of one step, each combination of an epoch once; empty where a
             loader doesn't know its length.
         loader: its loader's number, in an evaluation.
+        besides: the first batches of the evaluation's other loaders, where somebody has asked for them.
         calls: the part of the module that the loader called to make it, as one that plays a game does; empty where it called none.
         unprepared: a sentence for each callback that may change the module, and couldn't be set up before it.
     """
@@ -98,6 +99,7 @@ class FirstBatch:
     together: tuple[tuple[int, ...], ...] = ()
     calls: str = ""
     loader: int = 0
+    besides: tuple[FirstBatch, ...] = ()
     unprepared: tuple[str, ...] = ()
 
     @property

@@ -25,6 +25,7 @@ from lightning_autopar._lightning import LightningModule, Trainer
 from lightning_autopar._lightning_compat import is_overridden
 from lightning_autopar._root import LIGHTNING
 from lightning_autopar.engines import Check, FirstStep, failed, not_made
+from lightning_autopar.exact.data.loader_calls import called_by_loaders
 from lightning_autopar.exact.step.shared_network import gradients_asked_for
 from lightning_autopar.memory.footprint import Conduct
 from lightning_autopar.memory.trace.bare_step import BareStep
@@ -94,8 +95,8 @@ def why_unsharded(first: FirstStep, rehearsed: Check | None) -> str | None:
     module, refusal = first.trainer.lightning_module, None if rehearsed is None else rehearsed.refusal
     if first.stage == "fit" and first.untried is not None:
         refusal = unshardable(module) or not_made(first.untried).refusal
-    if first.batch.calls:
-        return f"the loader calls {first.batch.calls!r} to make a batch, and FSDP2 has whole parameters within steps only"
+    if (called := called_by_loaders((first.batch, first.validation()), module)) is not None:
+        return f"the loader {called} to make a batch, and FSDP2 has whole parameters within steps only"
     if refusal is None and first.split is not None:
         refusal = _routed(module, first.split.uneven_calls)
     return refusal or unshardable(module)

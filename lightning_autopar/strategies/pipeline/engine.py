@@ -154,7 +154,8 @@ class Pipeline(Engine):
             return Finding(refusals=stage_probe.kept_apart(first))
         kept = stage_probe.kept_apart(first, found.value.appended)
         apart = stage_probe.appended_apart(found.value)
-        refusals = {**kept, self.name: found.value.refusal or kept.get(self.name), "pipeline_replicas": apart}
+        by_loader = stage_probe.needed_by_loaders(first)
+        refusals = {**kept, self.name: by_loader or found.value.refusal or kept.get(self.name), "pipeline_replicas": apart}
         return replace(found, refusals={**refusals, "pipeline_parts": apart or kept.get("pipeline_parts")})
 
     def trial(self, first: FirstStep) -> Finding | None:

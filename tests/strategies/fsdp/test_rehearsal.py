@@ -19,7 +19,7 @@ import transformers
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import mse_loss
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_autopar._fork import run_forked
 from lightning_autopar.engines import PASSED, Check, FirstStep
@@ -220,6 +220,9 @@ def test_a_loader_that_calls_the_module_is_refused() -> None:
     assert why_unsharded(FirstStep(batch=_first(), **told), None) is None
     refusal = why_unsharded(FirstStep(batch=replace(_first(), calls="net"), **told), None)
     assert refusal == "the loader calls 'net' to make a batch, and FSDP2 has whole parameters within steps only"
+    loader = DataLoader(TensorDataset(torch.ones(2)), collate_fn=lambda rows: trainer.lightning_module.net(rows[0]))
+    refusal = why_unsharded(FirstStep(batch=replace(_first(), loaders=(loader,)), **told), None)
+    assert refusal == "the loader may call 'net' to make a batch, and FSDP2 has whole parameters within steps only"
 
 
 def test_a_step_that_copies_its_network_is_refused_by_its_line() -> None:

@@ -125,3 +125,40 @@ def test_rows_with_which_the_next_batch_goes_on_stay_with_their_rank() -> None:
     )
     assert found.part_reason is not None
     assert found.part_reason.startswith("a step leaves 'state', 'total' to the next one")
+
+
+class Recurrent(Base):
+    """A recurrent layer, whose state has the samples in dimension 1.
+
+    Args:
+        goes_on: whether the next batch begins with it.
+    """
+
+    def __init__(self, goes_on: bool) -> None:
+        super().__init__()
+        self.goes_on = goes_on
+        self.recurrent = torch.nn.LSTM(4, 3, num_layers=2, batch_first=True)
+        self.state: Any = None
+
+    def loss(self, x: Tensor) -> Tensor:
+        found, state = self.recurrent(self.layer(x)[:, None].expand(-1, 5, 4), self.state if self.goes_on else None)
+        self.state = tuple(each.detach() for each in state)
+        return found.square().mean()
+
+
+def test_a_recurrent_layers_state_is_the_whole_batchs() -> None:
+    found = finding(Recurrent(goes_on=False))
+    assert (found.difference, found.notes) == (0.0, ())
+    assert found.kept_rules["training_step"] == {("state", 0): "columns", ("state", 1): "columns"}
+
+
+def test_a_recurrent_layers_state_with_which_the_next_batch_goes_on_stays_with_its_rank() -> None:
+    found = finding(Recurrent(goes_on=True))
+    assert found.difference == 0.0
+    assert "training_step" not in found.kept_rules, "a rank's columns can't go on with the whole batch's"
+    assert found.notes == (
+        "Recurrent.state, which training_step changes, holds rows with which the next batch's go on: each rank and each part keeps that of "
+        "its own samples",
+    )
+    assert found.part_reason is not None
+    assert found.part_reason.startswith("a step leaves 'state' to the next one")

@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ from lightning_autopar.strategies.pipeline.rehearsal.difference import (
     tensor_distance,
 )
 from lightning_autopar.strategies.pipeline.rehearsal.in_one_process import Precision, Together, rehearse
-from lightning_autopar.strategies.pipeline.stages.cut_tensors import Staging, StepRecording
+from lightning_autopar.strategies.pipeline.stages.cut_tensors import Staging, StepRecording, with_loader
 from lightning_autopar.strategies.pipeline.stages.possible_cuts import record
 from lightning_autopar.strategies.pipeline.stages.stage_module import UnlikeRecordedError
 from lightning_autopar.strategies.trials.undo import same_values
@@ -63,16 +63,21 @@ class Script:
     Args:
         batches: makers of one batch each, for one step after the other.
         rows: samples of the first one.
+        loader: the number of their loader, in an evaluation.
+        besides: a script for each of the evaluation's other loaders.
     """
 
     batches: tuple[Callable[[], Any], ...]
     rows: int
+    loader: int = 0
+    besides: tuple[Script, ...] = ()
 
     def to(self, dtype: torch.dtype | None) -> Script:
         """The script with floating-point tensors of that type; unchanged if None."""
         if dtype is None:
             return self
-        return Script(batches=tuple(lambda make=make: _cast(make(), dtype) for make in self.batches), rows=self.rows)  # type: ignore[misc]
+        batches = tuple(lambda make=make: _cast(make(), dtype) for make in self.batches)
+        return replace(self, batches=batches, besides=tuple(each.to(dtype) for each in self.besides))
 
 
 class Trial:
@@ -138,13 +143,19 @@ class Trial:
             CannotTry: if an evaluation fails that comes before any training.
         """
 
-        def one(hook: str, written: frozenset[str]) -> StepRecording:
+        def of(script: Script, hook: str, written: frozenset[str]) -> StepRecording:
             copy: LightningModule = fake_copy(self._module, None, None)
             rng.restore(self._start, {})
-            batch, rows = self._scripts[hook].batches[0](), self._scripts[hook].rows
-            context = self._precision.context
+            told: Any = {"rows": script.rows, "loader": script.loader, "context": self._precision.context, "written": written}
+            return record(copy, self._trainer, hook, script.batches[0](), self._blocks, **told)
+
+        def one(hook: str, written: frozenset[str]) -> StepRecording:
+            script = self._scripts[hook]
             try:
-                return record(copy, self._trainer, hook, batch, self._blocks, rows=rows, context=context, written=written)
+                found = of(script, hook, written)
+                for each in script.besides:
+                    found = with_loader(found, of(each, hook, written), each.loader)
+                return found
             except Exception as error:  # whatever the user's step raises
                 if hook == "training_step":
                     raise

@@ -10,6 +10,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -18,8 +19,9 @@ from torch.nn.parameter import is_lazy
 
 from lightning_autopar._fork import ChildFailed, run_forked
 from lightning_autopar._lightning import LightningModule, Trainer
-from lightning_autopar._lightning_compat import is_overridden, transfer_batch
+from lightning_autopar._lightning_compat import evaluating, is_overridden, transfer_batch
 from lightning_autopar.engines import PASSED, Check, Finding, FirstStep, failed, not_made
+from lightning_autopar.exact.data.loader_calls import called_by_loaders
 from lightning_autopar.exact.random.whole_batch_draws import GlobalDraws
 from lightning_autopar.exact.step.kept_attributes import is_variable, title
 from lightning_autopar.exact.step.micro_batches import take_part
@@ -28,10 +30,10 @@ from lightning_autopar.memory.fakes.shadow_values import ShadowValues
 from lightning_autopar.memory.footprint import Conduct, Footprint
 from lightning_autopar.memory.trace.bare_step import STEPS
 from lightning_autopar.memory.trace.find_blocks import find_blocks
-from lightning_autopar.memory.trace.first_batch import FirstBatch, copied
+from lightning_autopar.memory.trace.first_batch import FirstBatch, batch_size_of, copied, some_batches
 from lightning_autopar.strategies.pipeline.rehearsal.in_one_process import Precision
 from lightning_autopar.strategies.pipeline.rehearsal.side_by_side import CannotTry, Script, Trial, recorded_together
-from lightning_autopar.strategies.pipeline.stages.cut_tensors import Staging, StepRecording
+from lightning_autopar.strategies.pipeline.stages.cut_tensors import Staging, StepRecording, with_loader
 from lightning_autopar.strategies.pipeline.stages.possible_cuts import record
 from lightning_autopar.strategies.trials.draw_probe import everything
 from lightning_autopar.strategies.trials.optimizer_trial import step_apart
@@ -166,6 +168,12 @@ def kept_apart(first: FirstStep, appended: Sequence[str] = ()) -> dict[str, str]
     return found
 
 
+def needed_by_loaders(first: FirstStep) -> str | None:
+    """Why loaders can't make their batches on a rank that has a part of the module; None where nothing says so."""
+    called = called_by_loaders((first.batch, first.validation()), first.trainer.lightning_module)
+    return None if called is None else f"the loader {called} to make a batch, and each rank of a pipeline has a part of the module"
+
+
 def layers_of(footprint: Footprint) -> tuple[str, ...]:
     """FQNs of the blocks and layers before which a stage may begin; none where there are repeated blocks alone."""
     return () if all(block.repeated for block in footprint.blocks) else tuple(block.fqn for block in footprint.blocks)
@@ -217,7 +225,21 @@ def batches_of(first: FirstStep) -> dict[str, FirstBatch]:
     batches: dict[str, FirstBatch] = {STEPS[first.stage]: first.batch}
     if (validation := first.validation()) is not None:
         batches[STEPS["validate"]] = validation
-    return batches
+    return {hook: batch if hook == STEPS["fit"] else _with_others(batch, first.trainer) for hook, batch in batches.items()}
+
+
+def _with_others(batch: FirstBatch, trainer: Trainer) -> FirstBatch:
+    """An evaluation's first batch, with those of its other loaders, whose steps may be others."""
+    found: list[FirstBatch] = []
+    for number, loader in enumerate(batch.loaders[1:] if batch.kind != "combined" else (), 1):
+        try:
+            with evaluating(trainer):
+                for drawn in some_batches(loader, 0)[:1]:
+                    given = transfer_batch(trainer.lightning_module, drawn.batch, number)
+                    found.append(replace(drawn, batch=given, batch_size=drawn.batch_size or batch_size_of(given), loader=number))
+        except Exception:  # of the user's loader, which the run will meet as well
+            _LOG.debug("loader %d of an evaluation gives no batch", number, exc_info=True)
+    return replace(batch, besides=tuple(found))
 
 
 def _too_large(
@@ -309,15 +331,21 @@ def _structure(
     given: Sequence[str],
 ) -> Finding:
     def one(hook: str, written: frozenset[str]) -> StepRecording:
-        mode, shadow, first = fake_mode(), ShadowValues(), batches[hook]
+        found = of(batches[hook], hook, written)
+        for each in batches[hook].besides:
+            found = with_loader(found, of(each, hook, written), each.loader)
+        return found
+
+    def of(first: FirstBatch, hook: str, written: frozenset[str]) -> StepRecording:
+        mode, shadow = fake_mode(), ShadowValues()
         copy: LightningModule = fake_copy(module, mode, shadow, dtype=precision.true)
         batch = fake_copy(first.batch, mode, shadow, dtype=precision.true)
         with drawing_nothing(), as_if_real(shadow, "cpu"), mode, shadow:
             if is_overridden("configure_model", copy):
                 copy.configure_model()
                 copy.__dict__["configure_model"] = lambda: None
-            blocks, rows, context = given or list(find_blocks(copy)), first.batch_size, precision.context
-            return record(copy, trainer, hook, batch, blocks, rows=rows, context=context, written=written)
+            told: Any = {"rows": first.batch_size, "loader": first.loader, "context": precision.context, "written": written}
+            return record(copy, trainer, hook, batch, given or list(find_blocks(copy)), **told)
 
     if "training_step" in batches and (refusal := step_apart(module, trainer).refusal) is not None:
         return refused(refusal)
@@ -374,7 +402,7 @@ def _script(module: LightningModule, trainer: Trainer | None, first: FirstBatch,
         if 0 < count < first.batch_size:
             if first.samples is not None and first.collate is not None:
                 batch = first.collate(first.samples[:count])
-                return batch if trainer is None else transfer_batch(module, batch)
+                return batch if trainer is None else transfer_batch(module, batch, first.loader)
             return take_part(first.batch, 0, first.batch_size // count, several=several)
         return copied(first.batch)
 
@@ -382,11 +410,13 @@ def _script(module: LightningModule, trainer: Trainer | None, first: FirstBatch,
         return take_part(whole(), 0, 2, several=several)
 
     rows = min(count, first.batch_size)
+    besides = tuple(_script(module, trainer, each, count, 1) for each in first.besides)
+    told: Any = {"rows": rows, "loader": first.loader, "besides": besides}
     try:
         half()
     except ValueError:  # the batch can't be split, and no plan will split it
-        return Script(batches=(whole, whole)[:steps], rows=rows)
-    return Script(batches=(whole, half if rows > 3 else whole)[:steps], rows=rows)
+        return Script(batches=(whole, whole)[:steps], **told)
+    return Script(batches=(whole, half if rows > 3 else whole)[:steps], **told)
 
 
 def precision_of(name: str) -> Precision:

@@ -8,8 +8,9 @@ can then be cut before more blocks, as with two views of a batch: a stage runs a
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -155,6 +156,31 @@ class StepRecording:
     def at_first(self) -> frozenset[str]:
         """Parameters of the code before the first block, where it runs again."""
         return frozenset(name for name, parts in self.parameters.items() if -1 in self.calls and 0 in parts)
+
+
+def with_loader(found: StepRecording, other: StepRecording, loader: int) -> StepRecording:
+    """The recording of the first loader's step, with the reasons against cuts at which that of another loader runs otherwise."""
+    if [found.blocks[call] if call >= 0 else "" for call in found.calls] != [
+        other.blocks[call] if call >= 0 else "" for call in other.calls
+    ]:
+        words = f"for loader {loader} it runs other blocks than for the first one, or runs them another number of times"
+        return replace(found, uncuttable=dict.fromkeys(found.blocks, words) | dict(found.uncuttable))
+    reasons = {block: f"for loader {loader}, {reason}" for block, reason in other.uncuttable.items()}
+    for block in found.crossings:
+        places, theirs = _places(found, block), _places(other, block)
+        parts = {part for part, _ in places if part >= 0}
+        if not theirs <= places or any(found.operations[part] != other.operations[part] for part in parts):
+            reasons.setdefault(block, f"for loader {loader} the code before it makes other tensors than for the first one")
+    return replace(found, uncuttable=reasons | dict(found.uncuttable))
+
+
+def _places(recording: StepRecording, block: str) -> set[tuple[int, int]]:
+    """Where the tensors are made that cross a cut: the part, and the number in it; -1 for what a block hasn't returned."""
+    found: set[tuple[int, int]] = set()
+    for index in (each for tensor in recording.crossings.get(block, ()) for each in (tensor.index, *tensor.aliases)):
+        part = bisect_right(recording.firsts, index) - 1
+        found.add((-1, index) if index >= EXTRA else (part, index - recording.firsts[part]))
+    return found
 
 
 def block_of(part: int, calls: Sequence[int]) -> int:

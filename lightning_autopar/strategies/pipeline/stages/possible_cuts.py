@@ -43,6 +43,7 @@ def record(
     *,
     rows: int = 0,
     batch_idx: int = 0,
+    loader: int = 0,
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     written: frozenset[str] = frozenset(),
 ) -> StepRecording:
@@ -54,6 +55,7 @@ def record(
             mode; for others it is set to evaluation.
         batch: as the hook gets it; copies of it are used.
         blocks: FQNs of the blocks, see :attr:`lightning_autopar.memory.footprint.Footprint.blocks`.
+        loader: the number of the batch's loader, in an evaluation.
         context: the precision's forward context (automatic mixed precision).
         written: FQNs of buffers and parameters that another hook of the same run writes to, and this one may read.
 
@@ -68,7 +70,7 @@ def record(
     state = rng.capture({})
     with _left_as_it_was(module):
         with undone(module) as effects:
-            call = _caller(module, trainer, hook, batch_idx, None)
+            call = _caller(module, trainer, hook, batch_idx, loader, None)
             first = copied(batch)
             with (
                 torch.set_grad_enabled(grad),
@@ -95,7 +97,7 @@ def record(
         with _left_as_it_was(module), undone(module):
             began = host_generators()
             recorder = StepRecorder(module, hook, blocks, sources, again=again)
-            call = _caller(module, trainer, hook, batch_idx, recorder.use)
+            call = _caller(module, trainer, hook, batch_idx, loader, recorder.use)
             with torch.set_grad_enabled(grad), context():
                 autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
                 with recorder.recording():
@@ -151,11 +153,12 @@ def _left_as_it_was(module: LightningModule) -> Iterator[None]:
 
 
 def _caller(
-    module: LightningModule, trainer: Trainer | None, hook: str, batch_idx: int, use: Callable[[Any], None] | None
+    module: LightningModule, trainer: Trainer | None, hook: str, batch_idx: int, loader: int, use: Callable[[Any], None] | None
 ) -> Callable[[Any], Any]:
     """A function that calls the hook, with stubs where Lightning would use the trainer; ``use`` gets the logged values."""
     stage = next(stage for stage, name in STEPS.items() if name == hook)
     rehearsal = BareStep(module, trainer, stage, autocast_dtype=None, default_dtype=None, enter=lambda phase: None)
+    rehearsal.loader = loader
     module.__dict__["configure_model"] = lambda: None  # it is built already
     rehearsal.build()
     if stage in ("validate", "test"):  # where the hooks at an epoch's start make what its steps accumulate into

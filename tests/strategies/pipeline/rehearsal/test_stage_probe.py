@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-from lightning_autopar.engines import Finding
+from lightning_autopar.engines import Finding, FirstStep
 from lightning_autopar.memory.trace.bare_step import Silent
 from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.strategies.pipeline.rehearsal import side_by_side as trial
@@ -23,6 +25,7 @@ from lightning_autopar.strategies.pipeline.rehearsal.in_one_process import Preci
 from lightning_autopar.strategies.pipeline.rehearsal.side_by_side import ways_to_cut
 from lightning_autopar.strategies.pipeline.rehearsal.stage_probe import (
     appended_apart,
+    batches_of,
     confirm_stages,
     merged,
     nowhere,
@@ -797,6 +800,52 @@ def test_a_cut_has_to_suit_all_hooks() -> None:
     assert nowhere(recordings, {"b": "it is read by Python"}) is None
     alone = {"training_step": recording("training_step", "a")}
     assert nowhere(alone, {}) == "a pipeline is cut between blocks that run once each, and the step has 1"
+
+
+class Evaluated(Stack):
+    """Of each second loader the loss is logged of another number of passes, or by other code."""
+
+    again = early = later = False
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        if dataloader_idx == 0:
+            super().validation_step(batch, batch_idx)
+            return
+        if self.early:
+            self.log("kept", self.words(batch).mean())
+        loss = self.loss(batch)
+        self.log("val_loss", self.loss(batch) if self.again else loss)
+        if self.later:
+            self.log("half", loss / 2)
+
+
+def evaluated(flops: int = 0, **how: bool) -> Finding:
+    """What is found of two loaders."""
+    module, trainer = Evaluated(), pl.Trainer(logger=False, accelerator="cpu")
+    for name in how:
+        setattr(module, name, True)
+    trainer.strategy.connect(module)
+    loaders = tuple(DataLoader(batch().batch[rows:], batch_size=4) for rows in (0, 2))
+    told: Any = {"stage": "fit", "footprint": None, "validation": lambda: replace(batch(), loaders=loaders)}
+    return probe_stages(module, trainer, batches_of(FirstStep(trainer=trainer, batch=batch(), **told)), flops=flops)
+
+
+@pytest.mark.parametrize("how", [{}, {"later": True}])
+def test_loaders_whose_steps_run_alike_may_be_cut(how: dict[str, bool]) -> None:
+    assert cuttable(evaluated(**how)) == [f"blocks.{number}" for number in range(1, 4)]
+
+
+@pytest.mark.parametrize("flops", [0, 10**18])
+def test_a_loader_for_which_blocks_run_another_number_of_times_is_named(flops: int) -> None:
+    words = "in validation_step, for loader 1 it runs other blocks than for the first one, or runs them another number of times"
+    found = evaluated(flops, again=True)
+    assert (found.untried is None) == (flops == 0), "a long step is only recorded"
+    assert found.value.refusal == f"the step can't be cut before any of its blocks: {words}"
+
+
+def test_a_loader_whose_code_before_a_cut_is_other_code_is_named() -> None:
+    words = "in validation_step, for loader 1 the code before it makes other tensors than for the first one"
+    assert evaluated(early=True).uncuttable == {"blocks.0": words}, "what blocks return crosses the other cuts"
 
 
 def test_norms_are_put_aside_for_who_imported_them_by_name() -> None:
