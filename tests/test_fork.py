@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
 import random
 import re
@@ -92,6 +93,20 @@ def test_a_pool_that_is_closed_stays_so_in_a_child() -> None:
     pool.shutdown()
     with pytest.raises(ChildFailed, match="cannot schedule new futures after shutdown"):
         run_forked(lambda: pool.submit(abs, -1), timeout_seconds=60)
+
+
+def test_processes_of_a_server_of_forks_begin_in_a_child_of_a_process_that_has_one() -> None:
+    """A loader's workers, say: the first ``ensure_running`` in the child waited for the parent's server, "No child processes"."""
+
+    def start() -> int:
+        process = multiprocessing.get_context("forkserver").Process(target=os.getpid)
+        process.start()
+        process.join(60)
+        return process.exitcode if process.exitcode is not None else -1
+
+    assert start() == 0
+    assert run_forked(start, timeout_seconds=120) == 0
+    assert start() == 0
 
 
 def test_this_process_does_something_meanwhile() -> None:
