@@ -235,6 +235,7 @@ def _be_child(parent: int, writer: int, gpus: bool, function: Callable[..., Any]
         _write_nothing()
         begin_child(gpus=gpus)
         track(here=False)
+        torch.autograd.set_detect_anomaly(False)  # values that planning makes up may be NaN; the run finds the user's
         thread = threading.Thread(target=_answer, args=(writer, function, args), name="forked", daemon=True)
         thread.start()
         thread.join()
@@ -247,7 +248,7 @@ def _be_child(parent: int, writer: int, gpus: bool, function: Callable[..., Any]
 
 def _print_nothing() -> None:
     """Discard what the user's code prints while it is examined: the run prints it again. Warnings are still shown."""
-    nowhere = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # as long as the process lives
+    nowhere = _LASTING.enter_context(open(os.devnull, "w", encoding="utf-8"))
     os.dup2(nowhere.fileno(), 1)
     sys.stdout = nowhere
 

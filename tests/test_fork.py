@@ -256,6 +256,22 @@ def test_child_dies_with_the_parent() -> None:
         assert parent.stderr.read() == ""
 
 
+def test_values_that_planning_makes_up_are_no_anomalies() -> None:
+    with torch.autograd.set_detect_anomaly(True):
+        assert not run_forked(torch.is_anomaly_enabled, timeout_seconds=20)
+        assert torch.is_anomaly_enabled()
+
+
+def test_a_childs_child_leaves_no_file_unclosed() -> None:
+    """Python prints a traceback for each one, where warnings are errors."""
+    script = """if True:
+        from lightning_autopar._fork import run_forked
+        run_forked(lambda: run_forked(lambda: "done", timeout_seconds=20), timeout_seconds=40)
+    """
+    done = subprocess.run([sys.executable, "-W", "error::ResourceWarning", "-c", script], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+
+
 def test_what_a_child_prints_is_no_part_of_the_run(capfd: pytest.CaptureFixture[str]) -> None:
     def speaks() -> int:
         print("by Python")
