@@ -248,7 +248,7 @@ def _be_child(parent: int, writer: int, gpus: bool, function: Callable[..., Any]
 
 def _print_nothing() -> None:
     """Discard what the user's code prints while it is examined: the run prints it again. Warnings are still shown."""
-    nowhere = _LASTING.enter_context(open(os.devnull, "w", encoding="utf-8"))
+    nowhere = _LASTING.enter_context(open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  # to the end
     os.dup2(nowhere.fileno(), 1)
     sys.stdout = nowhere
 

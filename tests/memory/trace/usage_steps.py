@@ -170,7 +170,9 @@ class Experiment(Classifier):
         return loss
 
 
-@usage("the second of two loggers, and one by its class", trainer={"logger": [CSVLogger("unused"), TensorBoardLogger("unused")]}, within=None)
+@usage(
+    "the second of two loggers, and one by its class", trainer={"logger": [CSVLogger("unused"), TensorBoardLogger("unused")]}, within=None
+)
 class TwoLoggers(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         board = next(each for each in self.trainer.loggers if isinstance(each, TensorBoardLogger))
