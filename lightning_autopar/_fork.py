@@ -17,7 +17,7 @@ A fork copies one thread and none of the others. Of torch's threads that matters
   them finds it exchanged halfway, and the process aborts: "Invalid thread pool!" (https://github.com/pytorch/pytorch/issues/75147). So a
   child asks for it once before it has a second thread.
 
-The user's pools of threads and of processes begin anew in a child.
+The user's pools of threads and of processes begin anew in a child, and so does multiprocessing's server of forks.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures import thread as pools
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from multiprocessing import forkserver
 from multiprocessing.pool import Pool, ThreadPool
 from queue import SimpleQueue
 from typing import Any, NoReturn, TypeVar
@@ -132,6 +133,7 @@ def begin_child(*, gpus: bool) -> None:
     # For good, as the user's code may make such a tensor whenever it runs: torch's own fails while a mode is open.
     torch.Tensor.__new__ = staticmethod(_new_tensor)  # type: ignore[method-assign,assignment]
     _renew_pools()
+    _renew_server()
 
 
 def _new_tensor(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -233,6 +235,7 @@ def _be_child(parent: int, writer: int, gpus: bool, function: Callable[..., Any]
         _write_nothing()
         begin_child(gpus=gpus)
         track(here=False)
+        torch.autograd.set_detect_anomaly(False)  # values that planning makes up may be NaN; the run finds the user's
         thread = threading.Thread(target=_answer, args=(writer, function, args), name="forked", daemon=True)
         thread.start()
         thread.join()
@@ -245,7 +248,7 @@ def _be_child(parent: int, writer: int, gpus: bool, function: Callable[..., Any]
 
 def _print_nothing() -> None:
     """Discard what the user's code prints while it is examined: the run prints it again. Warnings are still shown."""
-    nowhere = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # as long as the process lives
+    nowhere = _LASTING.enter_context(open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  # to the end
     os.dup2(nowhere.fileno(), 1)
     sys.stdout = nowhere
 
@@ -296,6 +299,12 @@ def _renew_pools() -> None:
             ProcessPoolExecutor.__init__(pool, pool._max_workers, context, *_dying(pool, context), max_tasks_per_child=most)
         else:
             pool._check_running = partial(_begin_processes, pool)  # at its first use: every child has the pool, and few use it
+
+
+def _renew_server() -> None:
+    """In a child: multiprocessing would look after its server of forks, which is the parent's child ("No child processes")."""
+    server: Any = vars(forkserver)["_forkserver"]
+    server._forkserver_address = server._forkserver_alive_fd = server._forkserver_pid = None
 
 
 def _begin_processes(pool: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
 import random
 import re
@@ -92,6 +93,20 @@ def test_a_pool_that_is_closed_stays_so_in_a_child() -> None:
     pool.shutdown()
     with pytest.raises(ChildFailed, match="cannot schedule new futures after shutdown"):
         run_forked(lambda: pool.submit(abs, -1), timeout_seconds=60)
+
+
+def test_processes_of_a_server_of_forks_begin_in_a_child_of_a_process_that_has_one() -> None:
+    """A loader's workers, say: the first ``ensure_running`` in the child waited for the parent's server, "No child processes"."""
+
+    def start() -> int:
+        process = multiprocessing.get_context("forkserver").Process(target=os.getpid)
+        process.start()
+        process.join(60)
+        return process.exitcode if process.exitcode is not None else -1
+
+    assert start() == 0
+    assert run_forked(start, timeout_seconds=120) == 0
+    assert start() == 0
 
 
 def test_this_process_does_something_meanwhile() -> None:
@@ -239,6 +254,22 @@ def test_child_dies_with_the_parent() -> None:
         parent.kill()
         # The child, which would sleep on, holds the pipe's other end: the end of the file is its own.
         assert parent.stderr.read() == ""
+
+
+def test_values_that_planning_makes_up_are_no_anomalies() -> None:
+    with torch.autograd.set_detect_anomaly(True):
+        assert not run_forked(torch.is_anomaly_enabled, timeout_seconds=20)
+        assert torch.is_anomaly_enabled()
+
+
+def test_a_childs_child_leaves_no_file_unclosed() -> None:
+    """Python prints a traceback for each one, where warnings are errors."""
+    script = """if True:
+        from lightning_autopar._fork import run_forked
+        run_forked(lambda: run_forked(lambda: "done", timeout_seconds=20), timeout_seconds=40)
+    """
+    done = subprocess.run([sys.executable, "-W", "error::ResourceWarning", "-c", script], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
 
 
 def test_what_a_child_prints_is_no_part_of_the_run(capfd: pytest.CaptureFixture[str]) -> None:

@@ -140,6 +140,35 @@ def test_fit_evaluate_the_best_and_fit_on(engine: str, tmp_path: Path) -> None:
     assert_same(found[1], found[0])
 
 
+class CountsTests(Regression):
+    """Counts the batches of its tests in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("batches", torch.zeros(()))
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        self.batches += 1
+        return super().test_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("engine", [*ENGINES, "pipeline"])
+def test_after_a_test_the_script_has_the_checkpoints_weights(engine: str, tmp_path: Path) -> None:
+    found = []
+    for each in ("plain", engine):
+        torch.manual_seed(3)
+        checkpoint = ModelCheckpoint(tmp_path / each, save_top_k=-1, filename="{epoch}")
+        run, module = trainer(each, tmp_path, callbacks=[checkpoint]), CountsTests()
+        run.fit(module, loader(36), loader(20))
+        last = weights(module)
+        run.test(module, loader(23), ckpt_path=str(tmp_path / each / "epoch=0.ckpt"), verbose=False)
+        first = weights(module)
+        run.test(module, loader(23), verbose=False)
+        found.append((last, first, weights(module), module.batches))
+        assert not torch.equal(first, last)
+    assert_same(found[1], found[0])
+
+
 def test_the_table_of_an_evaluation_is_printed_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     trainer("ddp", tmp_path).validate(Regression(), loader(23))
     assert capfd.readouterr().out.count("val_loss") == 1

@@ -102,17 +102,17 @@ class TrainerView:
 
     @property
     def logger(self) -> Any:
-        """A silent logger, if the trainer has one."""
+        """The first of :attr:`loggers`."""
         return next(iter(self.loggers), None)
 
     @property
     def loggers(self) -> list[Any]:
-        """As :attr:`logger`."""
+        """A silent one for each that the trainer has; of its class to ``isinstance``, by which steps look for theirs."""
         if self._real is None or not self._real.loggers:
             return []
         if self.stepping:
             self.asked["logger"] = None
-        return [Silent()]
+        return [type("Silent", (Silent,), {"__class__": type(logger)})() for logger in self._real.loggers]
 
     @property
     def estimated_stepping_batches(self) -> int:

@@ -7,6 +7,7 @@ why there is a generation.
 from __future__ import annotations
 
 import contextvars
+import logging
 import os
 import pickle
 import signal
@@ -54,6 +55,8 @@ from lightning_autopar.strategies.processes.failed_together import FailedRank
 from lightning_autopar.strategies.processes.handover import back_to_script as handover
 from lightning_autopar.strategies.processes.out_of_memory_exit import LeavingBoundary
 from lightning_autopar.strategies.processes.stack_dumps import tell_when_asked
+
+log = logging.getLogger(__name__)
 
 #: How long leaving the process group may take: NCCL may wait for work of a rank that is gone.
 _ABORT_SECONDS = 10.0
@@ -247,13 +250,21 @@ def _leave(error: BaseException, rank: int, job: WorkerJob, stop_rendezvous: Sto
         together = dist.is_initialized() and peers.failed_alike(error, batches=stop_rendezvous.begun[rank], timeout_seconds=seconds)
         if dist.is_initialized() and not together and not _abort_group():
             return  # a hook could wait for the device, as this did
-    with suppress(Exception):  # a hook that fails now must not hide the failure itself
+    try:
         call_on_exception(trainer, error, finalize=True)
+    except Exception as failure:  # it must not hide the failure itself
+        if rank == 0:
+            log.warning(_hook_words(failure, apart=not together and job.run_plan.plan.devices_per_replica > 1))
     if together and not stop_rendezvous.stopping:
         together = peers.went_on_alike(timeout_seconds=_HOOKS_SECONDS)
     _leave_state(rank, job, pipe, together=together)
     with suppress(Exception):  # as Lightning does, for a checkpoint that is still being written in the background
         trainer.strategy.teardown()
+
+
+def _hook_words(failure: Exception, *, apart: bool) -> str:
+    why = ". The weights lie on several ranks, and not all of them have raised the run's exception, so that no checkpoint can be written"
+    return f"a hook for the run's exception failed: {type(failure).__name__}: {str(failure).rstrip('.')}{why if apart else ''}"
 
 
 def _leave_state(rank: int, job: WorkerJob, pipe: connection.Connection, *, together: bool = False) -> None:

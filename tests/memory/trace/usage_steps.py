@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 import torchmetrics
 from lightning.pytorch import callbacks
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -168,6 +168,17 @@ class Experiment(Classifier):
             logger.experiment.log_metrics({"x": 1})
         self.trainer.logger.log_hyperparams({})
         return loss
+
+
+@usage(
+    "the second of two loggers, and one by its class", trainer={"logger": [CSVLogger("unused"), TensorBoardLogger("unused")]}, within=None
+)
+class TwoLoggers(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        board = next(each for each in self.trainer.loggers if isinstance(each, TensorBoardLogger))
+        board.experiment.add_scalar("x", 1.0, self.global_step)
+        self.loggers[1].log_metrics({"y": 1.0}, step=self.global_step)
+        return self.loss(batch)
 
 
 @usage("logger's experiment without a logger")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import logging
 import multiprocessing
 import os
 import re
@@ -319,6 +320,25 @@ def _interrupt(engine: str, folder: Path, number: int) -> int | None:
     psutil.wait_procs(family)
     process.join()
     return process.exitcode
+
+
+def test_a_checkpoint_that_no_hook_can_write_after_an_exception_is_told_of(tmp_path: Path) -> None:
+    """Ranks that have a part of the weights each, one of which fails alone."""
+    told = logging.FileHandler(tmp_path / "told")
+    logging.getLogger(worker.__name__).addHandler(told)
+
+    def fail() -> None:
+        raise ArithmeticError("on this rank alone")
+
+    run = trainer("fsdp", tmp_path, callbacks=[OnExceptionCheckpoint(tmp_path)])
+    with pytest.raises(ArithmeticError, match="on this rank alone"):
+        run.fit(Regression({"training_step": on_rank(0, fail, batch_idx=3)}), loader(), loader())
+    assert not list(tmp_path.glob("*.ckpt"))
+    logging.getLogger(worker.__name__).removeHandler(told)
+    told.close()
+    said = (tmp_path / "told").read_text()
+    assert said.count("a hook for the run's exception failed: ") == 1
+    assert said.endswith("not all of them have raised the run's exception, so that no checkpoint can be written\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])

@@ -238,10 +238,10 @@ def collect(trainer: Trainer, value: Any, before: Before, folder: Path, rank: in
     state, states = engine.hand_over(module, optimizers, keep=keeps, affordable=affordable)
     if not keeps:
         return results
+    if not (fitting or trainer.ckpt_path or is_overridden("configure_model", module)):  # an evaluation leaves the weights as they were
+        state = {}
     persistent = set(state)
     buffers = {name: buffer for name, buffer in module.named_buffers() if name not in persistent and not is_absent(buffer)}
-    if not (fitting or is_overridden("configure_model", module)):
-        state = {}
     save_without_copies(
         {
             "state_dict": _with_pickles(state, "module", results.lost),
