@@ -226,6 +226,12 @@ def with_logs(split: SplitFinding, other: LogComparison) -> SplitFinding:
     return replace(split, log_rules=together, real_rules=real, unweighed=unweighed, notes=notes)
 
 
+def _contradicts(other: SplitFinding, found: SplitFinding) -> bool:
+    """Whether another batch leaves no rule for a value that has one."""
+    together = LogComparison(matching=found.log_rules).narrowed(LogComparison(matching=other.log_rules)).matching
+    return any(rules and not together[key] for key, rules in found.log_rules.items())
+
+
 def transferred(module: LightningModule, batches: Sequence[FirstBatch]) -> list[FirstBatch]:
     """The batches, with those after the first as the module's transfer hooks leave them, where their loader has made them by itself."""
     others = (each if each.samples is not None else replace(each, batch=transfer_batch(module, each.batch)) for each in batches[1:])
@@ -258,13 +264,17 @@ def with_evaluation(
     try:
         probed = partial(run_forked, partial(probe_evaluation, configures=quick), module, trainer)
         found: SplitFinding = probed(batches[0], hook, counts_in(split))
-        for batch in batches[1:]:
+        others: list[SplitFinding] = []
+        for number, batch in enumerate(batches[1:], 1):
             gaps = leaves_out(batch.known_samples, batches[0].known_samples)
             if quick or gaps or LogComparison(matching=found.log_rules).ambiguous:
-                other = probed(batch, hook, counts_in(found), False)
-                if new := [count for count in counts_in(other) if count not in counts_in(found)]:  # all of it counts in the first batch
+                others.append(probed(batch, hook, counts_in(found), False))
+                new = [count for count in counts_in(others[-1]) if count not in counts_in(found)]
+                if new and _contradicts(others[-1], found):  # all of it counts in the first batch
                     found = probed(batches[0], hook, [*counts_in(split), *new])
-                found = with_logs(found, LogComparison(matching=other.log_rules))
+                    others = [probed(each, hook, counts_in(found), False) for each in batches[1 : number + 1]]
+                for other in others:
+                    found = with_logs(found, LogComparison(matching=other.log_rules))
         for number, batch in enumerate(apart, 1):
             with evaluating(trainer, testing=stage == "test"):
                 ready = transfer_batch(module, batch.batch, number) if batch.samples is None else batch.batch

@@ -54,6 +54,29 @@ def test_where_the_first_batch_has_one_sample_another_one_tells(batches: tuple[F
     assert [note.partition(":")[0] for note in found.notes] == ["not checked"] * (told == "note")
 
 
+class Classifying(Summing):
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        values, labels = batch
+        scores = self.layer(values) * torch.tensor([2.0, 0.1, -1.0])
+        self.log("loss", nn.functional.cross_entropy(scores, labels))
+        self.log("accuracy", (scores.argmax(1) == labels).float().mean())
+
+
+def test_a_later_batch_adds_no_count_where_what_the_first_one_shows_explains_it() -> None:
+    """Halves of the first batch have as many labels other than 0, and the last batch has no 0: either count explains both."""
+    module, trainer = Classifying(), pl.Trainer(accelerator="cpu", logger=False)
+    module.trainer = trainer
+    labels = ([0, 2, 2, 0, 0, 0, 2, 1], [2, 1, 2, 0, 2, 0, 2, 0], [2, 1, 1])
+    loaders = (DataLoader([0], batch_size=8),)
+    batches = [FirstBatch(batch=[torch.rand(len(each), 3), torch.tensor(each)], batch_size=len(each), loaders=loaders) for each in labels]
+    labelled = Count(path=(1,), kind="differs", ignored=-100)
+    module.layer.bias.data.fill_(
+        1.0
+    )  # all samples are taken for class 0, of which the last batch has none: more counts explain its accuracy
+    found = with_evaluation(SplitFinding(log_rules={LOSS: (labelled,)}), module, trainer, batches, [], "fit", quick=True)
+    assert found.log_rules["validation_step", "loss"] == (labelled,)
+
+
 class Resampling(Summing):
     def __init__(self, *draws: str) -> None:
         super().__init__()
