@@ -18,6 +18,8 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.library import CustomOpDef
 
 from lightning_autopar.exact.data.fingerprint import bytes_of
 from lightning_autopar.exact.random import generator_states as rng
@@ -31,6 +33,8 @@ _BLOCK_BYTES = 4096
 ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented), torch.dtype, torch.device})
 CONTAINERS = frozenset({list, dict, set, deque, OrderedDict, defaultdict, Counter})
 _VALUES = frozenset({tuple, frozenset, bytearray, torch.Size, torch.UntypedStorage, torch.TypedStorage})
+#: Code, although their attributes change as they are first called.
+_OPERATORS = (CustomOpDef, OpOverload, OpOverloadPacket)
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class written in Python, or one that may as well be
 
 
@@ -43,7 +47,7 @@ def kind_of(target: Any) -> str:
         return "node"
     if kind in (Tensor, nn.Parameter):
         return "node" if target.layout == torch.strided and not target.is_meta else "value"
-    if isinstance(target, (types.ModuleType, weakref.ref, *weakref.ProxyTypes)):
+    if isinstance(target, (types.ModuleType, weakref.ref, *weakref.ProxyTypes, *_OPERATORS)):
         return "opaque"
     if isinstance(target, (type, types.FunctionType, types.BuiltinFunctionType)):
         return "value" if importable(target) else "opaque"
