@@ -22,6 +22,8 @@ from lightning_autopar.exact.data.rank_share import BatchShare
 
 #: By step, then by the metric's and the state's names: by what a part adds to the state, see :func:`rules_of`.
 MetricRules = Mapping[str, Mapping[tuple[str, str], str]]
+#: Among a step's rules: it keeps what ranks don't put together, so that a later hook may give a metric this rank's own part of it.
+APART = ("", "")
 #: ``own``: as its reduction says, which needs nothing; ``mean``: by its samples; ``weighed``: by what the loss goes by.
 _RULES = ("own", "mean", "weighed")
 #: Relative difference up to which a rule explains a state, in single precision.

@@ -55,7 +55,7 @@ from lightning_autopar.exact.logs.logging_hooks import (
     shadow_hooks,
     shadow_log,
 )
-from lightning_autopar.exact.logs.metrics_of_values import MetricRules, adding, adopt_values, averaging, fraction, of_samples
+from lightning_autopar.exact.logs.metrics_of_values import APART, MetricRules, adding, adopt_values, averaging, fraction, of_samples
 from lightning_autopar.exact.logs.metrics_over_parts import MetricParts
 from lightning_autopar.exact.logs.metrics_over_ranks import (
     States,
@@ -518,13 +518,16 @@ class GlobalLogging:
 
     def _counts(self, name: str, metric: Metric, given: tuple[Any, ...]) -> dict[str, float]:
         """How much of what an update adds to a metric's states counts: all, but in a step of a value of its batch, and in a hook of what
-        all ranks add alike. In a hook of a batch these are numbers alone: of samples, each rank has its own.
+        all ranks add alike. In a hook of a batch these are numbers alone: of samples, each rank has its own. So it may be in any hook
+        where a step keeps what ranks don't put together.
         """
         if self._in_step:
             share, rules = self._current, self._metric_rules.get(step_name(self._trainer), {})
             return {state: fraction(rule, share) for (of, state), rule in rules.items() if of == name} if share else {}
         hook = self._module._current_fx_name
-        if self._alone or hook is None or not metric.sync_on_compute or (is_of_batch(hook) and of_samples(given)):
+        if self._alone or hook is None or not metric.sync_on_compute:
+            return {}
+        if of_samples(given) and (is_of_batch(hook) or any(APART in rules for rules in self._metric_rules.values())):
             return {}
         once = dict.fromkeys(adding(metric), 0.0 if dist.get_rank() else 1.0)
         if is_of_batch(hook) and self._latest is not None:  # a number may be this rank's samples' as well

@@ -168,10 +168,10 @@ class Metered(Fitted):
             metric.reset()
 
 
-def trained(strategy: Any) -> dict[str, Any]:
+def trained(strategy: Any, make: type[Fitted] = Metered) -> dict[str, Any]:
     pl.seed_everything(3, verbose=False)
     trainer = pl.Trainer(**QUIET, strategy=strategy, max_epochs=2)  # type: ignore[arg-type]
-    trainer.fit(Metered(), DataLoader(numbers(), batch_size=8, shuffle=True), DataLoader(numbers(11), batch_size=8))
+    trainer.fit(make(), DataLoader(numbers(), batch_size=8, shuffle=True), DataLoader(numbers(11), batch_size=8))
     return {name: value.float() for name, value in trainer.callback_metrics.items()}
 
 
@@ -186,3 +186,27 @@ def trained(strategy: Any) -> dict[str, Any]:
 )
 def test_metrics_of_losses_are_one_devices(options: Any) -> None:
     torch.testing.assert_close(trained(AutoParallelStrategy(**options)), trained("auto"), rtol=1e-5, atol=1e-6)
+
+
+class KeepsMuch(Fitted):
+    """Keeps more of each batch than ranks put together, and gives it to a metric when the epoch is over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[Tensor] = []
+        self.kept = SumMetric()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.rows.append(self.net(batch[0])[:, :1].repeat(1, 600_000))
+
+    def on_validation_epoch_end(self) -> None:
+        self.kept.update(torch.cat(self.rows)[:, 0])
+        self.log("kept", self.kept.compute())
+        self.rows.clear()
+
+
+@pytest.mark.filterwarnings("ignore:autopar. .*each rank and each part keeps that of its own samples")
+def test_what_a_rank_has_of_its_own_samples_counts_when_the_epoch_is_over() -> None:
+    options: Any = {"devices": "2xcpu:1GiB", "allow": ["ddp"], "calibrate": "off"}
+    ours, theirs = trained(AutoParallelStrategy(**options), KeepsMuch), trained("auto", KeepsMuch)
+    torch.testing.assert_close(ours["kept"], theirs["kept"], rtol=1e-5, atol=1e-6)
