@@ -20,8 +20,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_autopar import engines
 from lightning_autopar.devices.discover import probe
+from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.exact.random.whole_batch_draws import DrawPlan
 from lightning_autopar.memory.cuda_overhead import target_of, workspaces
+from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.planning.plan_bytes import predict, replay
 from lightning_autopar.plans import Plan, Schedule
@@ -152,13 +154,18 @@ def built(name: str) -> tuple[pl.LightningModule, Any]:
     return model.build(adamw("foreach", True)), batch
 
 
-def predict_stages(task: StagesTask, spec: str) -> list[dict[str, int]]:
-    """Of each rank the bytes that are said to be allocated and reserved, also without the replay."""
+def planned(task: Any, devices: str) -> tuple[Footprint, Plan, Inventory]:
+    """What planning knows of a task on these devices: its step, its plan and what there is."""
     module, batch = built(task.model)
-    inventory = probe(f"{task.ranks * task.replicas}x{spec}")
+    inventory = probe(devices)
     trainer = pl.Trainer(accelerator="cpu", devices=1, accumulate_grad_batches=task.accumulate, **QUIET)
     footprint = trace(module, trainer, batch, precision=task.precision, target=target_of(inventory.devices))
-    plan = task.plan(tuple(device.id for device in inventory.devices))
+    return footprint, task.plan(tuple(device.id for device in inventory.devices)), inventory
+
+
+def predict_stages(task: StagesTask, spec: str) -> list[dict[str, int]]:
+    """Of each rank the bytes that are said to be allocated and reserved, also without the replay."""
+    footprint, plan, inventory = planned(task, f"{task.ranks * task.replicas}x{spec}")
     told = predict(footprint, plan, inventory, precision=task.precision).values()
     taken = workspaces(footprint, inventory.devices[0].name)
     played = [replay(footprint, plan, rank, workspaces=taken) for rank in range(len(plan.devices))]

@@ -7,14 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import lightning.pytorch as pl
-
-from lightning_autopar.devices.discover import probe
-from lightning_autopar.memory.cuda_overhead import target_of
-from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.planning.plan_bytes import predict
 from lightning_autopar.plans import Offload, Plan
-from memory.gpu_stages import FQNS, PRECISIONS, QUIET, built, model_blocks
+from memory.gpu_stages import FQNS, PRECISIONS, model_blocks, planned
 
 _SETTINGS: tuple[tuple[int, tuple[Offload, ...]], ...] = (
     (1, ()),
@@ -86,11 +81,7 @@ def zero_tasks() -> list[ZeroTask]:
 
 def predict_zero(task: ZeroTask, spec: str) -> list[dict[str, int]]:
     """Of each rank the bytes that are said to be allocated and reserved, in categories."""
-    module, batch = built(task.model)
-    inventory = probe(f"{task.ranks}x{spec}")
-    trainer = pl.Trainer(accelerator="cpu", devices=1, accumulate_grad_batches=task.accumulate, **QUIET)
-    footprint = trace(module, trainer, batch, precision=task.precision, target=target_of(inventory.devices))
-    plan = task.plan(tuple(device.id for device in inventory.devices))
+    footprint, plan, inventory = planned(task, f"{task.ranks}x{spec}")
     told = predict(footprint, plan, inventory, precision=task.precision).values()
     sizes = [{name: size for name, size in one.to_dict().items() if isinstance(size, int) and size} for one in told]
     return [

@@ -61,8 +61,8 @@ def host_bytes(
     )
 
 
-#: What the caching allocator holds beyond what it hands out and a share of it (``Engine.lost_share``): tiny models take more, as
-#: segments have 2 and 20 MiB.
+#: The caching allocator holds a share more than it hands out (``Engine.lost_share``), and up to these bytes more: its segments have 2 and
+#: 20 MiB, which is much of a tiny model.
 ROUNDING_BYTES = 22 * MIB
 
 
@@ -98,8 +98,9 @@ def predict(
     found: dict[tuple[int, str, int], DeviceBytes] = {}
     devices = inventory.among(plan.devices)
     keys = list(zip(rows, ["cpu" if device.kind == "cpu" else device.name for device in devices], alike, strict=True))
-    first = dict(zip(reversed(keys), range(len(keys) - 1, -1, -1), strict=True))
-    for key, number in first.items():
+    for number, key in enumerate(keys):
+        if key in found:
+            continue
         rank = _rank(footprint, plan, number, rows[number], devices[number], precision)
         held = max(asked.bytes(rank), key=lambda held: held.allocated)
         found[key] = _on_device(held, footprint, asked.communicators(plan), devices[number], asked.lost_share(plan))

@@ -146,9 +146,10 @@ class Step:
         """The seconds of the slowest rank, by part. Where hosts are slower than the devices, ranks may take equally long alone, and with
         their communication it is the one whose device works longest that the others wait for.
         """
-        kinds = self.kinds()
-        first = dict(zip(reversed(kinds), range(len(kinds) - 1, -1, -1), strict=True))
-        runs = [self.run(rank) for rank in sorted(first.values())]
+        first: dict[tuple[Hashable, ...], int] = {}
+        for rank, kind in enumerate(self.kinds()):
+            first.setdefault(kind, rank)
+        runs = [self.run(rank) for rank in first.values()]
         slowest, busiest = (max(runs, key=key) for key in (lambda run: run.alone, lambda run: run.busy))
         found = self._seconds_with(slowest)
         return found if busiest is slowest else max(found, self._seconds_with(busiest), key=lambda seconds: seconds.step)

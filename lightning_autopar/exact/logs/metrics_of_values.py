@@ -2,7 +2,8 @@
 
 Most metrics add up samples, so that what ranks and parts add makes the whole batch's. These count batches: on one device each batch is
 one update, of the batch's mean. A part of a batch therefore adds what its samples are of the whole. Which states of which metrics do so is
-found out before the run. What all ranks' hooks add alike counts once. Knows metrics and shares; nothing of ranks, nor of logging.
+found out before the run. Where hooks of all ranks give a metric the same value, it counts once. Knows metrics and shares; nothing of ranks,
+nor of logging.
 """
 
 from __future__ import annotations

@@ -118,8 +118,8 @@ def _rank_bytes(
 
 
 def micro_batch_copy_bytes(footprint: Footprint, samples: int) -> int:
-    """The bytes of a micro-batch's rows, a copy of every so-manieth sample (``exact/data/rank_share.py``); a single one is a view. The
-    first stage saves it for backward. Others let it go with their forward.
+    """The bytes of a micro-batch's rows. They are every n-th sample of the batch, copied (``exact/data/rank_share.py``); one sample is a
+    view. The first stage keeps the copy until backward. Other stages free it with their forward.
     """
     return round(footprint.input_bytes * samples / footprint.batch_size) if samples > 1 and footprint.batch_size else 0
 

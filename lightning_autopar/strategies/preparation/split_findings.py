@@ -264,15 +264,16 @@ def with_evaluation(
     try:
         probed = partial(run_forked, partial(probe_evaluation, configures=quick), module, trainer)
         found: SplitFinding = probed(batches[0], hook, counts_in(split))
-        others: list[SplitFinding] = []
-        for number, batch in enumerate(batches[1:], 1):
+        tried: list[FirstBatch] = []
+        for batch in batches[1:]:
             gaps = leaves_out(batch.known_samples, batches[0].known_samples)
             if quick or gaps or LogComparison(matching=found.log_rules).ambiguous:
-                others.append(probed(batch, hook, counts_in(found), False))
-                new = [count for count in counts_in(others[-1]) if count not in counts_in(found)]
-                if new and _contradicts(others[-1], found):  # all of it counts in the first batch
+                tried.append(batch)
+                others: list[SplitFinding] = [probed(batch, hook, counts_in(found), False)]
+                new = [count for count in counts_in(others[0]) if count not in counts_in(found)]
+                if new and _contradicts(others[0], found):  # all of it counts in the first batch
                     found = probed(batches[0], hook, [*counts_in(split), *new])
-                    others = [probed(each, hook, counts_in(found), False) for each in batches[1 : number + 1]]
+                    others = [probed(each, hook, counts_in(found), False) for each in tried]
                 for other in others:
                     found = with_logs(found, LogComparison(matching=other.log_rules))
         for number, batch in enumerate(apart, 1):
