@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 
 #: Lines of Python, by folder of the repository.
-CEILINGS = {"lightning_autopar": 88_138, "tests": 80_570}
+CEILINGS = {"lightning_autopar": 88_138, "tests": 80_586}
 #: Modules of a folder of the package, ``__init__.py`` not counted.
 MOST_MODULES = 15
 #: Lines of a module of the package; ``_lightning_compat`` is the one door to Lightning's private names.

@@ -31,6 +31,11 @@ _RULES = ("own", "mean", "weighed")
 _EQUAL = 1e-5
 
 
+def keeping_apart(rules: MetricRules, step: str) -> dict[str, Mapping[tuple[str, str], str]]:
+    """The rules, where a step keeps what ranks don't put together, or where nobody could find out."""
+    return {**rules, step: {**rules.get(step, {}), APART: "own"}}
+
+
 def rules_of(reduction: Any, before: Any, whole: Any, parts: Sequence[Any], shares: Sequence[BatchShare]) -> tuple[str, ...]:
     """By what a batch's parts make what the whole batch adds to a metric's state, likelier rules first; none where nothing explains it.
 

@@ -29,6 +29,7 @@ from lightning_autopar.exact.data.counted_entries import Count
 from lightning_autopar.exact.data.rank_share import KnownTensors
 from lightning_autopar.exact.data.unlike_samples import leaves_out
 from lightning_autopar.exact.logs.log_rules import LogComparison
+from lightning_autopar.exact.logs.metrics_of_values import keeping_apart
 from lightning_autopar.exact.random import generator_states as rng
 from lightning_autopar.exact.random.whole_batch_draws import DrawPlan
 from lightning_autopar.exact.step.micro_batches import why_whole
@@ -295,7 +296,7 @@ def with_evaluation(
             found = replace(found, metric_rules={**found.metric_rules, hook: metrics} if metrics else found.metric_rules)
     except ChildFailed as error:
         note = f"not checked: how the values that {hook} logs combine when a batch is split ({error.reason})"
-        return replace(split, notes=(*split.notes, note))
+        return replace(split, metric_rules=keeping_apart(split.metric_rules, hook), notes=(*split.notes, note))
     rules, kept_rules = {**split.log_rules, **found.log_rules}, {**split.kept_rules, **found.kept_rules}
     raised = split.raised or (found.raised and bool(trainer.num_sanity_val_steps))  # else a later state's step
     drawn = (f"each rank draws its own random numbers in {hook} for {', '.join(found.drawn_apart)}; one device draws others",)

@@ -20,7 +20,7 @@ from lightning_autopar._lightning import LightningModule
 from lightning_autopar._temporary import patched
 from lightning_autopar.constraints import SplitFinding, overrule
 from lightning_autopar.exact.data.rank_share import BatchShare
-from lightning_autopar.exact.logs.metrics_of_values import APART, rules_of
+from lightning_autopar.exact.logs.metrics_of_values import keeping_apart, rules_of
 from lightning_autopar.exact.logs.metrics_of_values import settled as settled_metric
 from lightning_autopar.exact.logs.metrics_over_ranks import named_metrics
 from lightning_autopar.exact.random import generator_states as rng
@@ -118,7 +118,7 @@ class KeptRuns:
             _LOG.debug("what %s keeps can't be tried", hook, exc_info=True)
             names = ", ".join(title(self.module, name) for name in self.watched)
             note = f"not checked: how what {hook} keeps in {names} grows with the samples ({error_line(error)})"
-            return _apart(replace(finding, notes=(*finding.notes, note)), hook)
+            return replace(finding, metric_rules=keeping_apart(finding.metric_rules, hook), notes=(*finding.notes, note))
         finally:
             self.watched = ()
         notes = [
@@ -126,8 +126,8 @@ class KeptRuns:
             for name, reason in {path[0]: reason for path, reason in unknown.items()}.items()
         ]
         found = {**finding.kept_rules, hook: rules} if rules else finding.kept_rules
-        finding = replace(finding, kept_rules=found, notes=(*finding.notes, *notes))
-        return _apart(finding, hook) if unknown else finding
+        metric_rules = keeping_apart(finding.metric_rules, hook) if unknown else finding.metric_rules
+        return replace(finding, kept_rules=found, metric_rules=metric_rules, notes=(*finding.notes, *notes))
 
     def find_metrics(self, step: Step, size: int) -> None:
         """Find the metrics to which the step gives a value of its batch (its loss) rather than its samples."""
@@ -307,9 +307,3 @@ class KeptRuns:
         if name in self.despite:
             self.overruled[name] = reason
         return name not in self.despite
-
-
-def _apart(finding: SplitFinding, hook: str) -> SplitFinding:
-    """The finding of a step that keeps what ranks don't put together."""
-    rules = {**finding.metric_rules.get(hook, {}), APART: "own"}
-    return replace(finding, metric_rules={**finding.metric_rules, hook: rules})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from contextlib import ExitStack
 from dataclasses import replace
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_autopar.constraints import LOSS, Constraints, SplitFinding
 from lightning_autopar.exact.data.counted_entries import Count
+from lightning_autopar.exact.logs.metrics_of_values import APART
 from lightning_autopar.memory.footprint import Conduct, Footprint
 from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.memory.trace.trace import trace
@@ -75,6 +77,20 @@ def test_a_later_batch_adds_no_count_where_what_the_first_one_shows_explains_it(
     )  # all samples are taken for class 0, of which the last batch has none: more counts explain its accuracy
     found = with_evaluation(SplitFinding(log_rules={LOSS: (labelled,)}), module, trainer, batches, [], "fit", quick=True)
     assert found.log_rules["validation_step", "loss"] == (labelled,)
+
+
+class Dying(Summing):
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        os._exit(3)
+
+
+def test_what_a_validation_keeps_that_cannot_be_tried_counts_on_each_rank() -> None:
+    """Nobody knows whether ranks put it together, so that a hook's metric may get a rank's own."""
+    module, trainer = Dying(), pl.Trainer(accelerator="cpu", logger=False)
+    module.trainer = trainer
+    found = with_evaluation(SplitFinding(), module, trainer, [MORE], [], "fit", quick=True)
+    assert [note.partition(":")[0] for note in found.notes] == ["not checked"]
+    assert APART in found.metric_rules["validation_step"]
 
 
 class Resampling(Summing):
